@@ -1,4 +1,4 @@
-"""What the scripts of slurm/ do once Slurm has started them on a job's first node.
+"""Runs a Slurm job from its first node, where the scripts of slurm/ start it.
 
 The Python that runs it may be any of that host, with no package: this file and those that it imports need only the standard
 library, and this file the syntax of Python 3.6. Programs run in their own interpreters, on the nodes under slurm_node.py.
@@ -220,7 +220,7 @@ class PPOJob:
         if "actor" not in ended:
             return ended[0], exit_code(self._parts[ended[0]]) or 1
         code = exit_code(self._parts["actor"])
-        # Of several ranks the first to end has srun kill the others, and a signal is what srun then reports.
+        # When the first of several ranks ends, srun kills the others, and then reports a signal.
         return "actor", PREEMPTED_EXIT if self._warned and code >= 128 else code
 
     def _tell_actor(self) -> float:

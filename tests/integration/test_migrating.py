@@ -31,7 +31,7 @@ NEEDS = {
     "reward_server": NEEDED[1:2],
     **dict.fromkeys(("sft", "reward_model", "dpo", "kto"), NEEDED),
 }
-"""What each program cannot do without, by its file in ``conf/``."""
+"""Settings that a program requires, by its file in ``conf/``."""
 CONTEXTS = (
     [],
     ["algorithm=grpo"],  # of TRL's GRPOTrainer

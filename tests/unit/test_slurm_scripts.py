@@ -72,7 +72,7 @@ esac
 exec {shutil.which("openssl")} "$@"
 """,
 }
-"""What the scripts need of Slurm's commands: a node and a time limit. They note other orders. And openssl, which may hang."""
+"""Stand-ins for Slurm's commands name a node and a time limit, and note other orders. The one for openssl may hang."""
 SRUN = """
 import itertools, os, signal, subprocess, sys
 

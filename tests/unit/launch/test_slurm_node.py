@@ -1,4 +1,4 @@
-"""What runs on a node of a Slurm job: an engine's restarts and GPUs, and the variables of a rank."""
+"""A node of a Slurm job restarts its engines, gives them GPUs, and sets the variables of a rank."""
 
 import json
 import os

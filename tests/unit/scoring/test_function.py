@@ -145,6 +145,7 @@ def test_samples_are_freed_with_their_scores(functions):
         result(scores)
         del group
         wait_until(lambda: seen() is None)
+        assert seen() is None
     finally:
         gc.enable()
 
